@@ -49,6 +49,13 @@ def test_the_output_embeddings_are_a_head_whatever_their_name() -> None:
     assert left(nn.ModuleDict({"inner": Says()})) == {"inner.out": "heads, get_output_embeddings()"}
     assert left(Says(), also=["heads"]) == {}
 
+    class Distilled(Model):
+        def get_classifier(self):
+            return self.out, self.block.up
+
+    why = "heads, get_classifier()"
+    assert left(Distilled()) == {"block.up": why, "out": why}
+
     class Silent(Model):
         def get_output_embeddings(self):
             return None

@@ -225,14 +225,13 @@ def _own_word(
             if name is not None:
                 yield module, "heads", f"its weight is that of the embedding {name}"
         for method in ("get_output_embeddings", "get_classifier"):
-            head = _asked(module, method)
-            if head is not None:
+            for head in _asked(module, method):
                 yield from ((one, "heads", f"{method}()") for one in head.modules())
         if type(module).__module__.startswith("torchvision.models."):
             for name in _TORCHVISION_HEADS:
-                head = module._modules.get(name)
-                if head is not None and id(head) in kinds:
-                    yield head, "heads", f"{name} of torchvision's {type(module).__name__}"
+                child = module._modules.get(name)
+                if child is not None and id(child) in kinds:
+                    yield child, "heads", f"{name} of torchvision's {type(module).__name__}"
         for one, count in _onto_labels(module, kinds):
             yield one, "heads", f"its {count} features are the labels of the configuration"
         if isinstance(module, nn.AdaptiveLogSoftmaxWithLoss):
@@ -326,20 +325,24 @@ def _beside_base(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, one) for name, one in module.named_children() if name != "base_layer"]
 
 
-def _asked(module: nn.Module, method: str) -> nn.Module | None:
-    """Return the module that a model's method returns; None where it has no such, or no answer."""
+def _asked(module: nn.Module, method: str) -> tuple[nn.Module, ...]:
+    """Return the modules that a model's method returns, none where it has no such, or no answer.
+
+    Models that are distilled have two heads (timm's DeiT), and return both.
+    """
     function: Any = getattr(module, method, None)
     if not callable(function):
-        return None
+        return ()
     try:
         signature(function).bind()
     except (TypeError, ValueError):  # it takes arguments: another method of that name
-        return None
+        return ()
     try:
         made = function()
     except NotImplementedError:  # a base class that leaves it to others
-        return None
-    return made if isinstance(made, nn.Module) else None
+        return ()
+    every: Iterable[object] = made if isinstance(made, tuple | list) else (made,)
+    return tuple(one for one in every if isinstance(one, nn.Module))
 
 
 def _kept_lists(module: nn.Module) -> list[tuple[str, list[str]]]:
