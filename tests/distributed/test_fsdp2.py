@@ -120,6 +120,8 @@ def test_weights_that_fully_shard_has_sharded_are_refused(is_quantized) -> None:
         for part in (model, model[1]):  # of which the unit is another module
             with pytest.raises(RuntimeError, match=r"weight must not be sharded yet, and fully_"):
                 prepare_fsdp2(part)
+        with pytest.raises(RuntimeError, match="prepare_fsdp2: weight must not"):
+            prepare_fsdp2(model[0])  # a module that is the whole model: no dot before its weight
     finally:
         dist.destroy_process_group()
     ready = prepare_fsdp2(nn.Sequential(hybridq.Linear(64, 64)))

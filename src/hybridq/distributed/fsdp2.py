@@ -174,6 +174,7 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
         if not isinstance(module, QuantizedModule):
             continue
         for name, part in module.initial_weights():
+            whole = f"{path}.{name}".lstrip(".")  # of the model itself its name alone
             weight: Any = module._parameters.get(name)
             if weight is None or is_prepared(weight.data):
                 continue
@@ -186,33 +187,33 @@ def gathered_weights(model: nn.Module, *, takes_parts: bool = False) -> list[Wei
             if module.holds_transposed and weight.dim() == 2:
                 continue  # shards of its rows are columns of what is quantized
             if takes_parts and _is_dtensor(weight):
-                _check_part(module, f"{path}.{name}", weight)
+                _check_part(module, whole, weight)
             elif takes_parts and not is_quantized(weight) and _lacks_group(module, part):
                 raise RuntimeError(
-                    f"prepare_fsdp2: {path}.{name} is one rank's part (tp_size=), and amaxes are "
+                    f"prepare_fsdp2: {whole} is one rank's part (tp_size=), and amaxes are "
                     "those of all ranks; call set_tensor_parallel_group of its module first"
                 )
             elif takes_parts and _reduces_over_parts(module, part, weight):
                 raise NotImplementedError(
-                    f"prepare_fsdp2: {path}.{name} is one rank's quantized part (tp_group=), and "
+                    f"prepare_fsdp2: {whole} is one rank's quantized part (tp_group=), and "
                     "its amax is that of all parts, which writes to shards do not reduce; "
                     f"{_NOT_QUANTIZED}"
                 )
             elif type(weight.data) is not torch.Tensor and not is_quantized(weight):
                 raise RuntimeError(
-                    f"prepare_fsdp2: {path}.{name} must be a plain parameter, or one that "
+                    f"prepare_fsdp2: {whole} must be a plain parameter, or one that "
                     f"parallelize_module split, got {type(weight.data).__name__}; call "
                     "prepare_fsdp2 before fully_shard"
                 )
             if is_quantized(weight) and weight.dim() == 3 and weight.tensor_storage.count is None:
                 raise NotImplementedError(
-                    f"prepare_fsdp2: {path}.{name} {list(weight.shape)} must have planes of each "
+                    f"prepare_fsdp2: {whole} {list(weight.shape)} must have planes of each "
                     "matrix to stay quantized in shards, got those of one matrix; make it by "
                     "Quantizer.quantize_stack, or its module inside quantized_model_init"
                 )
             owners = users[id(weight)]
             if all(name in _names_of(owner, weight) for owner, name in owners):
-                found.append(Weight(module, part, f"{path}.{name}", weight, owners))
+                found.append(Weight(module, part, whole, weight, owners))
     return found
 
 
@@ -277,9 +278,9 @@ def _tell_of_values(model: nn.Module) -> None:
         joined = _joined_names(module)
         for name in module.weight_parts:
             if name in joined:
-                found["joined"].append(f"{path}.{name}")
+                found["joined"].append(f"{path}.{name}".lstrip("."))
             elif module.holds_transposed and getattr(module._parameters.get(name), "ndim", 0) == 2:
-                found["transposed"].append(f"{path}.{name}")
+                found["transposed"].append(f"{path}.{name}".lstrip("."))
     because = {
         "transposed": "that are kept as [in, out], whose shards are columns of what is quantized",
         "joined": "that FusedParallel has parted and that are quantized together",

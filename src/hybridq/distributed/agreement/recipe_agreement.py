@@ -197,8 +197,9 @@ class Prepared:
                 is_here = getattr(weight, "device_mesh", None) == mesh
                 if not is_here or not all(one.is_replicate() for one in weight.placements):
                     continue
+                whole = f"{path}.{name}".lstrip(".")
                 raise RuntimeError(
-                    f"fsdp2: {path}.{name} must be sharded by fully_shard, got a weight that every "
+                    f"fsdp2: {whole} must be sharded by fully_shard, got a weight that every "
                     f"rank of {tuple(mesh.shape)} holds whole; torch's replicate gathers nothing: "
                     "leave prepare_fsdp2 out, and take DistributedDataParallel for quantized ones"
                 )
@@ -207,7 +208,7 @@ class Prepared:
         """Warn where a prepared parameter was replaced by a plain one, on all ranks alike."""
         model = self._model()
         lost = [
-            f"{path}.{name}"
+            f"{path}.{name}".lstrip(".")
             for path, module in (() if model is None else model.named_modules())
             for name in _prepared_of(module)
             if not hasattr(getattr(module._parameters[name], "_local_tensor", None), "_about")
