@@ -302,6 +302,9 @@ def test_initial_values_are_there_where_they_are_kept():
         plain = te.Linear(8, 8).weight
     assert torch.equal(kept._high_precision_init_val, kept.get_high_precision_init_val())
     assert not hasattr(plain, "_high_precision_init_val")
+    assert not hasattr(plain, "clear_high_precision_init_val")
+    kept.clear_high_precision_init_val()
+    assert not hasattr(kept, "_high_precision_init_val")
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -193,6 +193,14 @@ def _codes(side: str) -> property:
     return property(lambda self: _data(self, side, _FP8), drop)
 
 
+def _initial(tensor: Any) -> torch.Tensor:
+    """Return the initial value; only where one is kept: `hasattr` says whether."""
+    value: torch.Tensor | None = tensor.get_high_precision_init_val()
+    if value is None:
+        raise AttributeError("_high_precision_init_val: was freed")
+    return value
+
+
 def _scale_inv(tensor: Any) -> torch.Tensor | None:
     scale: torch.Tensor | None = tensor.tensor_storage.first.scale
     return scale
@@ -205,8 +213,7 @@ tensors.add_readouts(
         "_transpose_invalid": property(lambda self: _data(self, "columnwise", _FP8) is None),
         "_scale_inv": property(_scale_inv),
         "_hp_data": property(_values),
-        # Only where one is kept: `hasattr` says whether.
-        "_high_precision_init_val": property(lambda self: self.get_high_precision_init_val()),
+        "_high_precision_init_val": property(_initial),
         **{f"_{side}_scale_inv": _read(_scale, side) for side in _SIDES},
         **{f"_amax_{side}": _read(_amax, side) for side in _SIDES},
         **{f"_{side}_storage": _read(_side, side) for side in _SIDES},

@@ -108,5 +108,5 @@ def _empty_like(
         return NotImplemented
     made = zeros_of_kind(tensor, tensor.shape, dtype, device, pin_memory)
     if made is not NotImplemented and tensor.initial_value is not None:
-        keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
+        keep_initial(made, None, tensor)  # module.to_empty: the next initialization is kept
     return made

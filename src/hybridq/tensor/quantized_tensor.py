@@ -21,7 +21,7 @@ from ..storage import Plane, PlaneLayout, StorageLayout, TensorStorage
 from . import aten
 from .by_class import MadeByClass
 from .in_graph import PlaneEntry, assemble, entries, quantizer_of, runs_at_once
-from .initial import InitialValue, attach_initial, copy_attributes, keep_initial
+from .initial import KeepsInitial, attach_initial, copy_attributes, keep_initial
 from .memory import Memory
 from .rows import Part, assign_copied
 from .straight_through import decoded, decoded_rows, row_index
@@ -73,7 +73,7 @@ def _is_node() -> bool:
     return True
 
 
-class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
+class QuantizedTensor(MadeByClass, Unprepared, Memory, KeepsInitial, torch.Tensor):
     """A tensor `(..., K)` held as quantized planes of the matrix `[prod(...), K]`.
 
     Built by a Quantizer; `make` is the constructor for code that already has a storage.
@@ -94,8 +94,6 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
     tensor_storage: TensorStorage
     quantizer: Any
     part: Part | None = None
-    #: What it was quantized from, where `quantized_model_init` was asked to keep that.
-    initial_value: InitialValue | None = None
 
     def __init_subclass__(cls, family: str = "", **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -338,7 +336,7 @@ class QuantizedTensor(MadeByClass, Unprepared, Memory, torch.Tensor):
         made = (own.quantize if self.tensor_storage.count is None else own.quantize_stack)(value)
         made = made.remake(made.tensor_storage, quantizer=quantizer)
         if self.initial_value is not None:
-            keep_initial(made, None)  # module.to_empty: the next initialization is to be kept
+            keep_initial(made, None, self)  # module.to_empty: the next initialization is kept
         return made
 
     # ---- torch's protocols

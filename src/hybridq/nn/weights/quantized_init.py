@@ -77,8 +77,8 @@ def quantized_model_init(
         enabled: False: modules inside keep high precision, also within another such context.
         preserve_high_precision_init_val: each quantized parameter has
             `get_high_precision_init_val()`, which returns its initial value before quantization, on
-            the CPU, and `clear_high_precision_init_val()`, which frees it. A write to the parameter
-            frees it too: the method then returns None.
+            the CPU, and `clear_high_precision_init_val()`, which frees it: the first then returns
+            None. A write to the parameter frees it too, and the parameter no longer has the first.
         frozen: the weights are not trained: `requires_grad` is False, and they hold the rowwise
             plane alone. Where the gradient of an input needs the columnwise plane, the backward
             encodes it of what the rowwise one decodes to, and frees it: the bits of a recipe with
