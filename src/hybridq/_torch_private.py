@@ -51,6 +51,7 @@ __all__ = [
     "parameter_new",
     "part_of",
     "preserve_versions",
+    "rebuild_tensor",
     "refuse_memory",
     "tracing_context",
     "tracing_state",
@@ -107,6 +108,8 @@ parameter_new: Final = taken("torch.nn.Parameter.__new__", "keep what is written
 #: The innermost of functorch's transforms, or None.
 interpreter: Final = taken("torch._C._functorch.peek_interpreter_stack", "see vmap and grad")
 is_old_batched: Final = taken("torch._C._functorch.is_legacy_batchedtensor", "see old vmap")
+#: What a pickled tensor is made by.
+rebuild_tensor: Final = taken("torch._utils._rebuild_tensor_v2", "read pickled tensors")
 #: What torch.jit.trace records into, or None.
 tracing_state: Final = taken("torch._C._get_tracing_state", "see torch.jit.trace")
 is_profiling: Final = taken("torch.autograd._profiler_enabled", "see a profiler")

@@ -18,7 +18,13 @@ from .autograd import (
     scatter_tokens,
     sum_over,
 )
-from .delayed_scaling import hold_history, state_dict_with_history, update_scaling
+from .delayed_scaling import (
+    history_of,
+    hold_history,
+    state_dict_with_history,
+    take_history,
+    update_scaling,
+)
 from .modules import (
     ActivationFunction,
     BiasApart,
@@ -105,6 +111,7 @@ __all__ = [
     "fp8_model_init",
     "gather_tokens",
     "get_cpu_offload_context",
+    "history_of",
     "hold_history",
     "of_part",
     "offload",
@@ -113,6 +120,7 @@ __all__ = [
     "settled",
     "state_dict_with_history",
     "sum_over",
+    "take_history",
     "update_scaling",
 ]
 

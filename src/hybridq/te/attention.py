@@ -10,8 +10,9 @@ from typing import Any
 from .. import nn
 from .._log import log_once
 from .children import join, own_children
+from .extra_state import WithoutExtraState
 from .norms import OwnNorm
-from .reading import Readings, WithoutExtraState
+from .reading import Readings
 from .rope import RotaryPositionEmbedding
 from .signatures import constructor, forward, prepare, with_arguments
 from .whole_sequences import WholeSequences, refuse_parts

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import pickle
-from typing import Any, Final
+from typing import Any
 
 import torch
 
 from ..tensor import is_quantized
 
-__all__ = ["GroupedParameter", "GroupedTensor", "Regroups", "add_state_to_split", "as_grouped"]
-
-#: Whether a module's histories are being read, for its extra state.
-_READS: Final = "_reads_histories"
+__all__ = ["GroupedParameter", "GroupedTensor", "Regroups", "as_grouped"]
 
 
 class GroupedParameter(torch.nn.Parameter):
@@ -78,36 +74,3 @@ def as_grouped(module: torch.nn.Module) -> None:
         own = module._parameters.get(name)
         if type(own) is torch.nn.Parameter:
             own.__class__ = GroupedParameter  # of the same attributes
-
-
-def add_state_to_split(module: Any, state: dict[str, Any], prefix: str) -> None:
-    """Put the extra state of a GroupedLinear into a state_dict, for a subclass that splits it.
-
-    Args:
-        module: a GroupedLinear of `hybridq.te`.
-        state: to which `"<prefix>_extra_state"` is added, bytes of a pickle, uint8; none before a
-            forward under a recipe. Scales of delayed scaling, FP32, have inputs of all groups
-            first, then weights, then outputs: `scale_fwd` is `[3 * groups]`, `amax_history_fwd`
-            `[length, 3 * groups]`, those of the backward with 2.
-        prefix: of the module's keys.
-    """
-    if module.__dict__.get(_READS):  # a state that histories are read from
-        return
-    module.__dict__[_READS] = True
-    try:
-        state[f"{prefix}_extra_state"] = _state_to_split(module)
-    finally:
-        del module.__dict__[_READS]
-
-
-def _state_to_split(module: Any) -> torch.Tensor:
-    if not module.fp8:
-        return torch.empty(0, dtype=torch.uint8, device="cpu")
-    meta, groups = module.fp8_meta, module.num_gemms
-    state: dict[str, Any] = {"recipe": None, "extra_fp8_variables": {"num_gemms": groups}}
-    for key, short in (("scaling_fwd", "fwd"), ("scaling_bwd", "bwd")):
-        scale, history = meta[key].scale, meta[key].amax_history
-        by_slot = history.view(history.shape[0], groups, -1).mT.reshape(history.shape[0], -1)
-        state[f"scale_{short}"] = scale.view(groups, -1).mT.reshape(-1).cpu()
-        state[f"amax_history_{short}"] = by_slot.cpu()
-    return torch.frombuffer(bytearray(pickle.dumps(state)), dtype=torch.uint8)

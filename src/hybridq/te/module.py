@@ -21,12 +21,13 @@ from .attention import (
     RotaryPositionEmbedding,
 )
 from .children import join, own_children
+from .extra_state import WithoutExtraState
 from .given_buffers import gradient_into, result_into
-from .grouped import Regroups, add_state_to_split, as_grouped
+from .grouped import Regroups, as_grouped
 from .norms import LayerNorm, RMSNorm
 from .over_ranks import OverRanks
 from .quantization import AlignedByRecipe
-from .reading import Readings, WithoutExtraState
+from .reading import Readings
 from .refused import REFUSED, refusing
 from .signatures import constructor, forward, prepare, with_arguments
 from .whole_sequences import WholeSequences, ranks_of
@@ -283,11 +284,6 @@ class GroupedLinear(Regroups, _Linear, nn.GroupedLinear):
     def groups_of_scales(self) -> tuple[str, ...]:
         """Return the numbers of the groups, each of which has scales of its own."""
         return tuple(map(str, range(self.num_gemms)))
-
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        if hasattr(self, "_split_extra_state"):  # Megatron-Core's subclass, which looks for it
-            add_state_to_split(self, destination, prefix)
 
 
 @with_arguments

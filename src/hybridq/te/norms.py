@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 from .. import nn
+from .extra_state import WithoutExtraState
 from .meta_device import GetsMemory
 
 __all__ = ["LayerNorm", "OwnNorm", "RMSNorm"]
@@ -23,7 +24,7 @@ def _made_by(base: Any) -> Callable[..., None]:
     return __init__
 
 
-class LayerNorm(GetsMemory, nn.LayerNorm):
+class LayerNorm(GetsMemory, WithoutExtraState, nn.LayerNorm):
     """`hybridq.nn.LayerNorm`.
 
     Args:
@@ -35,7 +36,7 @@ class LayerNorm(GetsMemory, nn.LayerNorm):
     __init__ = _made_by(nn.LayerNorm)
 
 
-class RMSNorm(GetsMemory, nn.RMSNorm):
+class RMSNorm(GetsMemory, WithoutExtraState, nn.RMSNorm):
     """`hybridq.nn.RMSNorm`.
 
     Args:

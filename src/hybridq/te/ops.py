@@ -20,6 +20,7 @@ import torch.distributed as dist
 
 from .. import nn
 from .exchanges import AllGather, AllReduce, ReduceScatter
+from .extra_state import WithoutExtraState
 from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU, halves_of
 from .grouped import Regroups
 from .meta_device import GetsMemory, give_memory
@@ -118,9 +119,11 @@ class Linear(Readings, nn.Linear):
     __init__ = constructor(nn.Linear, f"in_features, out_features, bias=True, {_LINEAR}", _prepare)
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        for name, place in (("weight", "basic_ops.0"), ("bias", "basic_ops.1")):
-            if f"{prefix}{place}.{name}" in state_dict:  # of Transformer Engine
-                state_dict[f"{prefix}{name}"] = state_dict.pop(f"{prefix}{place}.{name}")
+        # Of Transformer Engine; a bias has nothing in its extra state.
+        state_dict.pop(f"{prefix}basic_ops.1._extra_state", None)
+        for key in ("basic_ops.0.weight", "basic_ops.0._extra_state", "basic_ops.1.bias"):
+            if prefix + key in state_dict:
+                state_dict[prefix + key.rpartition(".")[2]] = state_dict.pop(prefix + key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
@@ -207,7 +210,7 @@ _NORM: Final = (
 
 
 @with_arguments
-class LayerNorm(GetsMemory, nn.LayerNormStep):
+class LayerNorm(GetsMemory, WithoutExtraState, nn.LayerNormStep):
     """`hybridq.nn.LayerNormStep`."""
 
     as_step = nn.LayerNormStep.as_step
@@ -215,7 +218,7 @@ class LayerNorm(GetsMemory, nn.LayerNormStep):
 
 
 @with_arguments
-class RMSNorm(GetsMemory, nn.RMSNormStep):
+class RMSNorm(GetsMemory, WithoutExtraState, nn.RMSNormStep):
     """`hybridq.nn.RMSNormStep`."""
 
     as_step = nn.RMSNormStep.as_step
@@ -442,7 +445,7 @@ class MakeExtraOutput(torch.nn.Module):
         return inp, inp
 
 
-class Sequential(nn.FusedSequential):
+class Sequential(WithoutExtraState, nn.FusedSequential):
     """Operations one after the other, two and three of them fused where that changes no bit.
 
     Args:

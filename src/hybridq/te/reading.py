@@ -9,17 +9,16 @@ from typing import Any, Final
 import torch
 
 from .. import nn
-from .._log import log_once
 from ..recipes import QuantizerRole
 from ..tensor import is_quantized
+from .common.recipe import DelayedScaling
+from .extra_state import ExtraState, plain_recipe
 from .hybrid import quantizer_of
 from .meta_device import GetsMemory
 from .quantizers import Float8Quantizer
 
-__all__ = ["SLOTS", "Readings", "WithoutExtraState", "remember_recipe", "slot_quantizer"]
+__all__ = ["SLOTS", "Readings", "remember_recipe", "slot_quantizer"]
 
-#: How the key of a module's own state ends, in checkpoints of Transformer Engine.
-_EXTRA: Final = "_extra_state"
 #: Slots of each part of a linear module, by their key, those at its boundary last.
 SLOTS: Final = {
     "scaling_fwd": ("input", "weight", "output"),
@@ -27,6 +26,9 @@ SLOTS: Final = {
 }
 #: The recipe of `hybridq.te` that a recipe of hybridq was made of, by the latter's key.
 _recipes: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+#: What a DelayedScaling says, by the same key, also when its caller has it no more.
+_delayed: dict[str, Any] = {}
+_MOST_DELAYED: Final = 256
 
 
 def remember_recipe(key: str, recipe: Any) -> None:
@@ -37,24 +39,13 @@ def remember_recipe(key: str, recipe: Any) -> None:
         recipe: of `hybridq.te`.
     """
     _recipes[key] = recipe
+    if isinstance(recipe, DelayedScaling) and key not in _delayed:
+        if len(_delayed) >= _MOST_DELAYED:
+            _delayed.clear()
+        _delayed[key] = plain_recipe(recipe)
 
 
-class WithoutExtraState:
-    """Loads checkpoints of Transformer Engine's modules without their `_extra_state`."""
-
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        extra = [key for key in state_dict if key.startswith(prefix) and key.endswith(_EXTRA)]
-        for key in extra:
-            if state_dict.pop(key) is not None:
-                log_once(
-                    "te.extra_state",
-                    f"load_state_dict: {key} and its like hold scales in Transformer Engine's "
-                    "own form, which are not taken over; delayed scaling begins at 1",
-                )
-        super()._load_from_state_dict(state_dict, prefix, *args)  # type: ignore[misc]
-
-
-class Readings(GetsMemory, WithoutExtraState):
+class Readings(GetsMemory, ExtraState):
     """Attributes of modules, made of the last forward's recipe whenever they are read."""
 
     #: As there: nobody needs to clear `main_grad` before the first microbatch of a step.
@@ -80,7 +71,7 @@ class Readings(GetsMemory, WithoutExtraState):
         recipe = self.last_recipe[0] if self.last_recipe else None
         if recipe is None:
             return made
-        history = nn.state_dict_with_history(self)
+        history = nn.history_of(self)
         for key, slots in SLOTS.items():
             parts = [(part, slot) for part in self.parts_of(recipe) for slot in slots]
             roles = list(zip(parts, _roles(self, recipe, slots), strict=True))
@@ -112,15 +103,20 @@ class Readings(GetsMemory, WithoutExtraState):
         """The recipe, and of delayed scaling the scales and histories: copies of all slots.
 
         `scaling_fwd` and `scaling_bwd` have `scale` and `scale_inv`, FP32 `[slots]`, and
-        `amax_history`, FP32 `[length, slots]`; 1 and 0 where a slot has none.
+        `amax_history`, FP32 `[length, slots]`; 1 and 0 where a slot has none. Before a forward
+        under a recipe it is one dictionary, in which a checkpoint's recipe may be noted.
         """
         recipe = self.last_recipe[0] if self.last_recipe else None
-        known = None if recipe is None else _recipes.get(recipe.key, recipe)
-        meta: dict[str, Any] = {"recipe": known, "fp8_checkpoint": False, "fp8_group": None}
+        meta: dict[str, Any] = {"recipe": None, "fp8_group": None}
+        if recipe is None:
+            meta = self.__dict__.setdefault("_early_meta", meta)
+        else:
+            meta["recipe"] = _recipes.get(recipe.key, _delayed.get(recipe.key, recipe))
+        meta["fp8_checkpoint"] = self._given_state is not None
         meta["num_gemms"] = len(self.parts_of(recipe)) * len(self.groups_of_scales())
         if recipe is None:
             return meta
-        history = nn.state_dict_with_history(self)
+        history = nn.history_of(self)
         for key, quantizers in self.quantizers.items():
             slots = [getattr(one, "history_name", "") for one in quantizers]
             meta[key] = _tensors(slots, history)
@@ -167,7 +163,7 @@ def slot_quantizer(quantizer: Any, history: dict[str, Any], name: str) -> Any:
 
     Args:
         quantizer: of hybridq.
-        history: `state_dict_with_history` of the module.
+        history: `nn.history_of` the module.
         name: of the slot in it.
     """
     if not quantizer.is_delayed:

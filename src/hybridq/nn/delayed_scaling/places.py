@@ -57,6 +57,20 @@ class Place(NamedTuple):
     element: str
     fmax: float
 
+    def tell_loaded(self, module: str, loaded: str) -> None:
+        """Say once that what a module loaded of the place is for another element.
+
+        Args:
+            module: its name.
+            loaded: name of that element.
+        """
+        where = f"module {module!r}" if module else "an unnamed module"
+        warn_once(
+            "scaling.history_of_another_element",
+            f"delayed scaling: histories that {where} loaded are of another recipe: that of "
+            f"{PLACES[self.number]} must be {self.element}, got {loaded}; its scale begins at 1",
+        )
+
 
 @lru_cache(maxsize=1024)
 def places_of(plan: Plan) -> tuple[Place, ...]:

@@ -236,6 +236,8 @@ class ScalingState:
             old = self.elements[place.number]
             if old and old != place.element:
                 self.forget(place.number)
+                if self._loaded == "history":
+                    place.tell_loaded(self.name, old)
         self.name_elements(plan)
 
     def name_elements(self, plan: Plan) -> None:

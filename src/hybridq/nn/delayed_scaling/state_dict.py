@@ -10,9 +10,11 @@ from torch import nn
 
 from .state import ScalingState, states_of
 
-__all__ = ["load_history", "state_dict_with_history"]
+__all__ = ["history_of", "load_history", "state_dict_with_history", "take_history"]
 
 _PREFIX: Final = "scaling."
+#: The key of what modules of `hybridq.te` have beside weights, histories in a form of theirs.
+_EXTRA: Final = "_extra_state"
 #: What activation checkpointing calls the module that it wraps.
 _CHECKPOINTED: Final = "_checkpoint_wrapped_module"
 
@@ -25,6 +27,7 @@ def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
     where a module has several linear parts. A history is FP32 `[length]`, slot 0 what was recorded
     since the last update, a scale FP32 `[1]`. `load_state_dict` of a model with modules of hybridq
     takes both kinds, with and without them; one without them leaves the histories as they are.
+    An `_extra_state` of `hybridq.te`'s modules is read by these alone.
 
     Of a model of `hybridq.quantize_model` that was given a calibration there is a key for each
     static scale, `"<module>.static_scaling.input_amax"`, or `"...<part>_input_amax"` of modules
@@ -54,12 +57,24 @@ def state_dict_with_history(model: nn.Module) -> dict[str, torch.Tensor]:
     for path, module in model.named_modules(remove_duplicate=False):
         # As in the keys of a state_dict, from which torch's wrapper takes its own name.
         name = ".".join(one for one in path.split(".") if one != _CHECKPOINTED)
-        for part, state in states_of(module).items():
-            prefix = _prefix(f"{name}." if name else "", part)
-            made.update({prefix + key: tensor for key, tensor in state.exported().items()})
+        made.update(history_of(module, f"{name}." if name else ""))
         static: dict[str, torch.Tensor] = getattr(module, "static_state", dict)()
         made.update({f"{name}.{key}" if name else key: tensor for key, tensor in static.items()})
     return made
+
+
+def history_of(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
+    """Return the histories of a module alone, by the keys of `state_dict_with_history`.
+
+    Args:
+        module: any.
+        prefix: of the keys.
+    """
+    return {
+        _prefix(prefix, part) + key: tensor
+        for part, state in states_of(module).items()
+        for key, tensor in state.exported().items()
+    }
 
 
 def _prefix(module: str, part: str) -> str:
@@ -85,6 +100,7 @@ def load_history(
         errors: to which what is wrong is added.
         has_weights: the state_dict has weights of the module.
     """
+    unexpected[:] = [key for key in unexpected if key != prefix + _EXTRA]
     for part, state in states.items():
         own = _prefix(prefix, part)
         found = {key[len(own) :]: value for key, value in state_dict.items() if key.startswith(own)}
@@ -93,3 +109,18 @@ def load_history(
             unexpected[:] = [key for key in unexpected if not key.startswith(own)]
         elif has_weights:
             state.note_weights()
+
+
+def take_history(module: Any, tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Let a module take what `history_of` gave; return what is wrong with it, one line each.
+
+    Args:
+        module: of hybridq.
+        tensors: by key. A place that is not named keeps what it has.
+    """
+    errors: list[str] = []
+    states, unexpected = states_of(module), list(tensors)
+    for part, weight in module.scaled_weights():
+        states[part].move(weight.device)  # what is moved from the meta device begins anew
+    load_history(states, dict(tensors), "", unexpected, errors, has_weights=False)
+    return errors + [f"unknown key {key!r}" for key in unexpected]
