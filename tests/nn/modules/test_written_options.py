@@ -20,7 +20,15 @@ _HEADS = torch.randn(6, 2, 4, 16, generator=torch.Generator().manual_seed(1))
 #: What describes a module, or is state that hybridq keeps of it, by the attribute's name.
 EXPLAINED = {
     **dict.fromkeys(
-        ("in_features", "out_features", "ffn_hidden_size", "kv_channels", "normalized_shape"),
+        (
+            "num_embeddings",
+            "embedding_dim",
+            "in_features",
+            "out_features",
+            "ffn_hidden_size",
+            "kv_channels",
+            "normalized_shape",
+        ),
         "describes parameters, as torch's own sizes do: programs write it with new parameters",
     ),
     **dict.fromkeys(
@@ -38,6 +46,7 @@ EXPLAINED = {
     "asks_original": "the same: what a recipe that cannot is told of",
     "runs_again": "the same",
     "first_overwrites": "of weights with a main_grad",
+    "norm_type": "of a max_norm",
     "name": "of recipes that read names: below",
     "fp8_calibration": "of an argument that is refused",
     "qk_norm_before_rope": "of angles",
@@ -78,6 +87,8 @@ def own_cases() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...]]]:
     yield "PlainNorm", lambda: hybridq.nn.PlainNorm(64, "LayerNorm", 1e-5), (_X,)
     yield "LayerNormStep", lambda: hybridq.nn.LayerNormStep(64), (_X,)
     yield "Quantize", hybridq.nn.Quantize, (_X,)
+    yield "BiasApart", lambda: hybridq.nn.BiasApart(64, 32), (_X,)
+    yield "Embedding", lambda: hybridq.nn.Embedding(16, 64), (torch.arange(8) // 2,)
 
 
 CASES = [
@@ -166,6 +177,16 @@ def test_written_options_are_those_of_a_module_that_was_made_so(room: Any, recip
             assert torch.equal(one(_X), made(_X))
 
 
+def test_a_projection_that_leaves_its_bias_returns_it_where_it_is_asked() -> None:
+    for bias in (True, False):
+        module = hybridq.nn.BiasApart(64, 32, bias=bias, return_bias=True)
+        with hybridq.autocast(recipe="mxfp8"):
+            y, own = module(_X)
+            assert own is module.bias
+            module.return_bias = False
+            assert torch.equal(module(_X), y)
+
+
 def test_an_activations_parameters_are_written() -> None:
     made = hybridq.LayerNormMLP(
         64, 64, activation="clamped_swiglu", activation_params={"limit": 0.1}
@@ -183,6 +204,7 @@ def test_an_activations_parameters_are_written() -> None:
         (lambda: te.LayerNormLinear(64, 32), "eps", "1", "eps must be a number"),
         (lambda: te.Linear(64, 32), "return_bias", "no", "return_bias must be a bool"),
         (lambda: te.Linear(64, 32), "name", 3, "name must be a string, got int"),
+        (lambda: hybridq.nn.Embedding(8, 64), "fuse_wgrad_accumulation", True, "is no product"),
         (lambda: te.Linear(64, 32), "parallel_mode", "rows", "parallel_mode is settled"),
         (lambda: te.LayerNormMLP(64, 64), "activation", "geglu", "one without a gate"),
         (lambda: te.LayerNormMLP(64, 64), "activation", "gelu2", "one of"),

@@ -35,12 +35,14 @@ class BiasApart(Linear):
         is_first_microbatch: bool | None = None,
         fp8_output: bool = False,
         fp8_grad: bool = False,
-    ) -> torch.Tensor:
-        """Return `input @ weight.T`.
+    ) -> Any:
+        """Return `input @ weight.T`; with `return_bias` a tuple of it and the bias.
 
         Args:
             input, is_first_microbatch, fp8_output, fp8_grad: as `Linear.forward` takes them.
         """
+        if self.return_bias:
+            return super().forward(input, is_first_microbatch, fp8_output, fp8_grad)
         self._check_first(is_first_microbatch)
         recipe, first = self._recipe(), is_first_microbatch
         if recipe is not None and fp8_grad:

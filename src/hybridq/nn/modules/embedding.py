@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from ...tensor import is_quantized
 from ..weights import plain_weights
 from .constructor_arguments import checked
 from .quantized_module import QuantizedModule
+from .written_options import Check, said
 
 __all__ = ["EMBEDDING", "Embedding"]
 
@@ -20,6 +21,14 @@ __all__ = ["EMBEDDING", "Embedding"]
 EMBEDDING: Final = register_module_type(
     ModuleType("embedding", gemms=(), reads=(("weight", "rowwise"),))
 )
+
+
+def _without_product(module: Any, name: str, value: Any) -> Any:
+    """Return an option of products' gradients, which must be off where there is no product."""
+    if value:
+        text = f"{name} must be False, since its gradient is no product, got {value!r}"
+        raise AttributeError(said(module, text))
+    return value
 
 
 class Embedding(QuantizedModule, nn.Embedding):
@@ -52,6 +61,10 @@ class Embedding(QuantizedModule, nn.Embedding):
     module_type: str = EMBEDDING.name
     #: None: no GEMM has them, and FSDP2 gathers values.
     weight_parts: Mapping[str, str] = {}
+    _written_options: ClassVar[Mapping[str, Check]] = {
+        "delay_wgrad_compute": _without_product,
+        "fuse_wgrad_accumulation": _without_product,
+    }
 
     @checked
     def __init__(
