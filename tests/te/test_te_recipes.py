@@ -317,8 +317,7 @@ def test_contexts_say_where_one_is() -> None:
     kept = weight.get_high_precision_init_val()
     again = hybridq.Float8CurrentScalingQuantizer("e4m3")(kept)
     assert torch.equal(again.rowwise.data, weight.rowwise.data)
-    with pytest.raises(ValueError, match="calibrating"):
-        te.autocast(calibrating=True)
+    assert not te.autocast(calibrating=True).calibrating  # as there: what quantizes records itself
 
 
 def test_compiled_code_takes_the_context() -> None:

@@ -62,6 +62,7 @@ from .modules import (
     WrittenOptions,
     apply_rotary,
     of_part,
+    recording_amaxes,
     settled,
 )
 from .weights import dequantized_state_dict, fp8_model_init, quantized_model_init
@@ -116,6 +117,7 @@ __all__ = [
     "of_part",
     "offload",
     "quantized_model_init",
+    "recording_amaxes",
     "scatter_tokens",
     "settled",
     "state_dict_with_history",

@@ -219,7 +219,8 @@ def _refuse(calibrating: object, group: object) -> None:
         raise ValueError(
             f"autocast: no statistics are collected without quantizing, got calibrating="
             f"{calibrating!r}; leave it out: recipes scale by the tensor at hand, and delayed "
-            "scaling (fp8_delayed) makes its history while it quantizes"
+            "scaling (fp8_delayed) makes its history while it quantizes, or in a block of "
+            "hybridq.nn.recording_amaxes(recipe)"
         )
     if group is not None:
         raise ValueError(

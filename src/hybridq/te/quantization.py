@@ -6,9 +6,10 @@ Source: names, order and defaults of arguments: Transformer Engine's `pytorch/qu
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 
@@ -59,12 +60,16 @@ __all__ = [
 ]
 
 
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
 class _Opened(threading.local):
     """What this thread is inside of."""
 
     def __init__(self) -> None:
         self.recipes: list[tuple[Any, Any]] = []
         self.inits: list[tuple[bool, bool]] = []
+        self.num_calibrations = 0
 
 
 _opened = _Opened()
@@ -118,7 +123,9 @@ class autocast(recipes.autocast):
 
     Args:
         enabled: False turns quantization off inside.
-        calibrating: False.
+        calibrating: with `enabled=False`, inputs and weights of modules that run in high precision
+            give a DelayedScaling its histories, and scales follow from them when the block is left
+            (`hybridq.nn.recording_amaxes`); else it has no effect, as there.
         recipe: of `hybridq.te.common.recipe`, or whatever `hybridq.autocast` takes; None: MXFP8.
         amax_reduction_group: of DelayedScaling; other recipes reduce over their quantizers' groups.
         _graph: has no effect.
@@ -146,7 +153,9 @@ class autocast(recipes.autocast):
         source = self.te_recipe
         if amax_reduction_group is not None and isinstance(source, DelayedScaling):
             source = source.attending(source.with_group(amax_reduction_group))
-        super().__init__(enabled, source, calibrating=calibrating)
+        super().__init__(enabled, source)
+        self.calibrating = bool(calibrating) and not enabled
+        self._calibrations: list[AbstractContextManager[None]] = []
 
     @leave_frame_alone  # as hybridq.autocast
     def __enter__(self) -> autocast:
@@ -155,6 +164,11 @@ class autocast(recipes.autocast):
             _opened.recipes.append((self.te_recipe, self.amax_reduction_group))
             if self.enabled and isinstance(self.te_recipe, Recipe):
                 remember_recipe(settings.current().recipe.key, self.te_recipe)  # type: ignore[attr-defined]
+            if self.calibrating:
+                calibration = nn.recording_amaxes(self.recipe)
+                calibration.__enter__()
+                self._calibrations.append(calibration)
+                _opened.num_calibrations += 1
         return self
 
     @leave_frame_alone
@@ -162,6 +176,21 @@ class autocast(recipes.autocast):
         if not torch.compiler.is_compiling():
             _opened.recipes.pop()
         super().__exit__(*error)
+        if self._calibrations and not torch.compiler.is_compiling():
+            _opened.num_calibrations -= 1
+            self._calibrations.pop().__exit__(*error)
+
+    def __call__(self, function: _F) -> _F:
+        decorated = super().__call__(function)
+        if not self.calibrating:
+            return decorated
+
+        @wraps(function)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            with autocast(self.enabled, True, self.te_recipe, self.amax_reduction_group):
+                return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[return-value]
 
 
 def fp8_autocast(
@@ -253,8 +282,8 @@ class FP8GlobalStateManager:
 
     @staticmethod
     def is_fp8_calibration() -> bool:
-        """Return False: nothing is recorded without quantizing."""
-        return False
+        """Return whether modules in high precision would record amaxes now."""
+        return _opened.num_calibrations > 0
 
     @staticmethod
     def with_fp8_parameters() -> bool:

@@ -50,7 +50,7 @@ class Readings(GetsMemory, ExtraState):
 
     #: As there: nobody needs to clear `main_grad` before the first microbatch of a step.
     first_overwrites = True
-    #: As there: no forward only looks at amaxes.
+    #: Of no module: `FP8GlobalStateManager` knows what a region says.
     fp8_calibration = False
 
     def init_fp8_metadata(self, num_gemms: int = 1) -> None:

@@ -48,7 +48,7 @@ EXPLAINED = {
     "first_overwrites": "of weights with a main_grad",
     "norm_type": "of a max_norm",
     "name": "of recipes that read names: below",
-    "fp8_calibration": "of an argument that is refused",
+    "fp8_calibration": "what regions say",
     "qk_norm_before_rope": "of angles",
     "rotary_pos_interleaved": "of angles",
     "seq_len_interpolation_factor": "together with the other alone",

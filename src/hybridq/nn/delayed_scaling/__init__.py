@@ -7,7 +7,15 @@ from .held import hold_history
 from .places import Scales, places_of, reduces_by_default
 from .state import ScalingState, states_of
 from .state_dict import history_of, load_history, state_dict_with_history, take_history
-from .update import misses_step, num_updates, scales_of, take_step, update_scaling, watch_steps
+from .update import (
+    misses_step,
+    num_updates,
+    scales_of,
+    take_step,
+    update_scaling,
+    update_states,
+    watch_steps,
+)
 
 __all__ = [
     "Scales",
@@ -27,5 +35,6 @@ __all__ = [
     "take_history",
     "take_step",
     "update_scaling",
+    "update_states",
     "watch_steps",
 ]

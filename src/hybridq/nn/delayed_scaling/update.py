@@ -44,6 +44,7 @@ __all__ = [
     "scales_of",
     "take_step",
     "update_scaling",
+    "update_states",
     "watch_steps",
 ]
 
@@ -95,6 +96,15 @@ def _told(states: list[ScalingState]) -> None:
     """Update these states, which need not look for steps themselves any more."""
     for state in states:
         state.owner.is_told = True
+    _update(states)
+
+
+def update_states(states: list[ScalingState]) -> None:
+    """Update these states once, which goes on to look for steps as before.
+
+    Args:
+        states: of any modules; of the same ones on every rank that reduces amaxes with others.
+    """
     _update(states)
 
 

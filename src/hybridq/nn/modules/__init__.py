@@ -33,6 +33,7 @@ from .patch_conv import (
 from .plain_norm import PlainNorm
 from .quantized_module import QuantizedModule
 from .quantized_parts import of_part
+from .recorded_amaxes import recording_amaxes
 from .rotary import RotaryPositionEmbedding, apply_rotary
 from .torch_attention import TorchMultiheadAttention, convert_attention
 from .torch_encoder import ENCODERS, TorchEncoder, TorchEncoderLayer
@@ -89,6 +90,7 @@ __all__ = [
     "reason_against_class",
     "reason_against_linear",
     "reason_against_patches",
+    "recording_amaxes",
     "run_part",
     "settled",
 ]
