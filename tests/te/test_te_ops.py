@@ -149,13 +149,60 @@ def test_quantize_makes_what_the_recipe_says() -> None:
     assert ops.Quantize()(x) is x  # without a recipe
 
 
+@pytest.mark.parametrize("kind", ["GELU", "SReLU", "SiLU", "SwiGLU", "GEGLU", "ClampedSwiGLU"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_inputs_of_activations_may_be_saved_as_fp8(kind: str, dtype: torch.dtype) -> None:
+    """The backward is that at what the codes decode to, and nothing else is saved."""
+    plain, own = getattr(ops, kind)(), getattr(ops, kind)(cache_quantized_input=True)
+    x = torch.randn(16, 64).mul(3).to(dtype)
+    near = hybridq.Float8CurrentScalingQuantizer("e4m3")(x).dequantize().requires_grad_()
+    y = plain(near)
+    dy = torch.randn_like(y)
+    (wanted,) = torch.autograd.grad(y, near, dy)
+    given, saved = x.clone().requires_grad_(), []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        made = own(given)
+    assert torch.equal(made, plain(x))
+    assert torch.equal(torch.autograd.grad(made, given, dy)[0], wanted)
+    assert sum(one.nbytes for one in saved) <= x.numel() + 8
+    own.cache_quantized_input = False
+    assert not torch.equal(torch.autograd.grad(own(given), given, dy)[0], wanted)
+    given = x.clone().requires_grad_()
+    (first,) = torch.autograd.grad(
+        getattr(ops, kind)(cache_quantized_input=True)(given), given, dy, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="double backward is not supported"):
+        torch.autograd.grad(first.sum(), given)
+
+
+def test_a_saved_input_stands_alone_in_a_sequence() -> None:
+    model = ops.Sequential(
+        ops.Linear(64, 128), ops.SwiGLU(cache_quantized_input=True), ops.Linear(64, 32)
+    )
+    other = ops.Sequential(model[0], ops.SwiGLU(), model[2])
+    x = torch.randn(8, 64)
+    with te.autocast(recipe=recipe.MXFP8BlockScaling()):
+        y, wanted = model(x), other(x)
+    assert torch.equal(y, wanted)
+    y.sum().backward()
+    assert model[0].weight.grad.abs().sum() > 0
+
+
+def test_parameters_of_a_clamped_gate_are_read_and_written() -> None:
+    own, made = ops.ClampedSwiGLU(alpha=2.0), ops.ClampedSwiGLU(limit=0.5, alpha=2.0)
+    assert (own.limit, own.alpha, own.glu_linear_offset) == (7.0, 2.0, 1.0)
+    own.limit = 0.5
+    x = torch.randn(4, 64)
+    assert torch.equal(own(x), made(x))
+    with pytest.raises(ValueError, match="limit positive"):
+        own.limit = -1.0
+
+
 def test_what_is_not_there_is_said_by_name() -> None:
     with pytest.raises(AttributeError, match=r"te.ops.AdaptiveLayerNorm is not here: a norm with"):
         ops.AdaptiveLayerNorm  # noqa: B018
     with pytest.raises(AttributeError, match="has no attribute 'GeLU'"):
         ops.GeLU  # noqa: B018
-    with pytest.raises(NotImplementedError, match=r"te.ops.GELU: cache_quantized_input must be"):
-        ops.GELU(cache_quantized_input=True)
     with pytest.raises(
         NotImplementedError, match=r"te.ops.Linear: userbuffers_options must be None"
     ):

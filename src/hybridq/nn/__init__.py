@@ -15,6 +15,7 @@ from .autograd import (
     gather_tokens,
     get_cpu_offload_context,
     offload,
+    saving_planes,
     scatter_tokens,
     sum_over,
 )
@@ -118,6 +119,7 @@ __all__ = [
     "offload",
     "quantized_model_init",
     "recording_amaxes",
+    "saving_planes",
     "scatter_tokens",
     "settled",
     "state_dict_with_history",

@@ -19,9 +19,23 @@ import torch
 import torch.distributed as dist
 
 from .. import nn
+from .activations import (
+    GEGLU,
+    GELU,
+    GLU,
+    QGEGLU,
+    QGELU,
+    ClampedSwiGLU,
+    ReGLU,
+    ReLU,
+    SiLU,
+    SReGLU,
+    SReLU,
+    SwiGLU,
+)
 from .exchanges import AllGather, AllReduce, ReduceScatter
 from .extra_state import WithoutExtraState
-from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU, halves_of
+from .glu import ScaledClampedQGeGLU, ScaledSReLU, ScaledSwiGLU
 from .grouped import Regroups
 from .meta_device import GetsMemory, give_memory
 from .reading import Readings
@@ -230,13 +244,20 @@ class L2Normalization(torch.nn.Module):
 
     Args:
         eps: added to the sum.
+        seq_length, micro_batch_size: have no effect: nothing is warmed up.
 
     Raises:
         TypeError: `eps` is no number.
         ValueError: it is negative, or not finite.
     """
 
-    def __init__(self, *, eps: float = 1e-6) -> None:
+    def __init__(
+        self,
+        *,
+        eps: float = 1e-6,
+        seq_length: int | None = None,
+        micro_batch_size: int | None = None,
+    ) -> None:
         super().__init__()
         if isinstance(eps, bool | str) or not hasattr(eps, "__float__"):
             raise TypeError(f"te.ops.L2Normalization: eps must be a number, got {eps!r}")
@@ -254,80 +275,6 @@ class L2Normalization(torch.nn.Module):
         """
         wide = inp.float()
         return (wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + self.eps)).to(inp.dtype)
-
-
-_ACTIVATION: Final = "cache_quantized_input=False, glu_interleave_size=None"
-_KEPT: Final = {"glu_interleave_size": "glu_interleave_size"}
-
-
-class _Activation(nn.ActivationFunction):
-    """Base of the activations; the halves of a gated one may lie in blocks."""
-
-    glu_interleave_size: int | None = None
-
-    def forward(self, inp: torch.Tensor) -> torch.Tensor:
-        """Return the activation of `inp`, `[..., columns]`.
-
-        Args:
-            inp: of a gated one twice as many columns as the result has; with a
-                `glu_interleave_size` so many of the gate, as many of the other half, and so on.
-        """
-        where = f"te.ops.{type(self).__name__}"
-        return super().forward(halves_of(where, inp, self.glu_interleave_size))
-
-
-def _step_of(self: _Activation) -> Any:
-    """Return what a linear operation does first in its place; None of interleaved halves."""
-    return None if self.glu_interleave_size is not None else nn.ActivationFunction.as_step(self)
-
-
-def _check_blocks(module: _Activation) -> None:
-    """Raise for a size that no block has."""
-    nothing = torch.empty(0, dtype=torch.float32, device="meta")
-    halves_of(f"te.ops.{type(module).__name__}", nothing, module.glu_interleave_size)
-
-
-def _activation(name: str, kind: str, is_gated: bool = True) -> type:
-    """Return the class of an activation, whose step a linear operation takes."""
-
-    def prepare(given: dict[str, Any]) -> None:
-        given["activation"] = kind
-
-    kept = _KEPT if is_gated else None
-    own = (nn.ActivationFunction, f"*, {_ACTIVATION}", prepare, _check_blocks, kept)
-    body = {
-        "__doc__": f"`hybridq.nn.ActivationFunction({kind!r})`.",
-        "__init__": constructor(*own),
-        "__module__": __name__,
-        "as_step": _step_of,
-    }
-    return with_arguments(type(name, (_Activation,), body))
-
-
-GELU, GEGLU = _activation("GELU", "gelu", False), _activation("GEGLU", "geglu")
-GLU = _activation("GLU", "glu")
-QGELU, QGEGLU = _activation("QGELU", "qgelu", False), _activation("QGEGLU", "qgeglu")
-ReLU, ReGLU = _activation("ReLU", "relu", False), _activation("ReGLU", "reglu")
-SReLU, SReGLU = _activation("SReLU", "srelu", False), _activation("SReGLU", "sreglu")
-SiLU, SwiGLU = _activation("SiLU", "silu", False), _activation("SwiGLU", "swiglu")
-
-
-def _clamped(given: dict[str, Any]) -> None:
-    own = {name: given.pop(name) for name in ("limit", "alpha", "glu_linear_offset")}
-    given |= {"activation": "clamped_swiglu", "activation_params": own}
-
-
-@with_arguments
-class ClampedSwiGLU(_Activation):
-    """`hybridq.nn.ActivationFunction("clamped_swiglu")` with these parameters."""
-
-    __init__ = constructor(
-        nn.ActivationFunction,
-        f"*, limit=7.0, alpha=1.702, glu_linear_offset=1.0, {_ACTIVATION}",
-        _clamped,
-        _check_blocks,
-        _KEPT,
-    )
 
 
 class Quantize(nn.Quantize):

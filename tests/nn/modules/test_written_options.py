@@ -47,6 +47,8 @@ EXPLAINED = {
     "runs_again": "the same",
     "first_overwrites": "of weights with a main_grad",
     "norm_type": "of a max_norm",
+    **dict.fromkeys(("num_extra_inputs", "takes_steps", "as_quantize"), "of all of a class"),
+    "inplace": "of memory",
     "name": "of recipes that read names: below",
     "fp8_calibration": "what regions say",
     "qk_norm_before_rope": "of angles",
@@ -91,10 +93,30 @@ def own_cases() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...]]]:
     yield "Embedding", lambda: hybridq.nn.Embedding(16, 64), (torch.arange(8) // 2,)
 
 
+def operation_cases() -> Iterator[tuple[str, Callable[[], Any], tuple[Any, ...]]]:
+    """Yield the operations of `te.ops`."""
+    room = te.ops
+    for kind in ("Linear", "BasicLinear"):
+        yield kind, lambda kind=kind: getattr(room, kind)(64, 32), (_X,)
+    yield "GroupedLinear", lambda: room.GroupedLinear(2, 64, 32), (_X, [4, 12])
+    for kind in ("LayerNorm", "RMSNorm"):
+        yield kind, lambda kind=kind: getattr(room, kind)(64), (_X,)
+    gates = ("GEGLU", "GLU", "QGEGLU", "ReGLU", "SReGLU", "SwiGLU", "ClampedSwiGLU")
+    for kind in ("GELU", "QGELU", "ReLU", "SReLU", "SiLU", *gates):
+        yield kind, getattr(room, kind), (2 * _X.clone().requires_grad_(),)
+    yield "L2Normalization", room.L2Normalization, (_X,)
+    yield "Quantize", room.Quantize, (_X,)
+    yield "ConstantScale", lambda: room.ConstantScale(2.0), (_X,)
+    yield "Dropout", lambda: room.Dropout(0.001), (_X,)
+    for kind in ("ScaledSwiGLU", "ScaledClampedQGeGLU", "ScaledSReLU"):
+        yield kind, getattr(room, kind), (_X, torch.rand(16))
+
+
 CASES = [
     *(pytest.param(*one[1:], id=f"own-{one[0]}") for one in cases(hybridq, hybridq.nn)),
     *(pytest.param(*one[1:], id=f"te-{one[0]}") for one in cases(te, te)),
     *(pytest.param(*one[1:], id=f"more-{one[0]}") for one in own_cases()),
+    *(pytest.param(*one[1:], id=f"ops-{one[0]}") for one in operation_cases()),
 ]
 #: Another value of a text.
 _OTHERS = {
@@ -118,7 +140,7 @@ def another(name: str, value: Any) -> Any:
         return value * 100 + 0.3 if isinstance(value, float) else value + 3
     if isinstance(value, str):
         return _OTHERS.get(value, "other")
-    return {"window_size": (1, 0), "softmax_scale": 3.0}.get(name)
+    return {"window_size": (1, 0), "softmax_scale": 3.0, "glu_interleave_size": 4}.get(name)
 
 
 def results(module: Any, given: tuple[Any, ...]) -> list[torch.Tensor]:
@@ -128,12 +150,15 @@ def results(module: Any, given: tuple[Any, ...]) -> list[torch.Tensor]:
         torch.manual_seed(3)
         with hybridq.autocast(recipe=recipe):
             y = module(*given)
-        made += [one for one in (y if isinstance(y, tuple | list) else [y]) if one is not None]
+        found = y if isinstance(y, tuple | list) else [y]
+        made += [torch.empty(0) if one is None else one for one in found]
     made = [one.dequantize() if is_quantized(one) else one for one in made]
+    leaves = [one for one in given if isinstance(one, torch.Tensor) and one.requires_grad]
     total = sum(one.square().sum() if one.is_floating_point() else 0 for one in made)
     if isinstance(total, torch.Tensor) and total.requires_grad:
+        of_inputs = torch.autograd.grad(total, leaves, retain_graph=True) if leaves else ()
         total.backward()
-        made += [p.grad for p in module.parameters() if p.grad is not None]
+        made += [*of_inputs, *(p.grad for p in module.parameters() if p.grad is not None)]
     return [one.detach() for one in made]
 
 

@@ -26,6 +26,7 @@ from .product_watch import (
 from .prologue import Activation, Norm, Prologue, PrologueCall, apply
 from .quantized_attention import AttentionQuantizers, quantized_attention
 from .quantized_output import Boundary, with_quantized_gradient
+from .saved_planes import saving_planes
 from .slot_encoder import STREAMS
 from .token_routes import GradientPlane, MadePlane, TokenRows, take_rows
 
@@ -66,6 +67,7 @@ __all__ = [
     "plain_attention",
     "plain_linear",
     "quantized_attention",
+    "saving_planes",
     "scatter_tokens",
     "share",
     "sum_over",
