@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hybridq
 from hybridq import errors, te
@@ -332,6 +333,17 @@ def test_states_of_experts_may_be_divided_and_put_together() -> None:
     for key, one in histories(alone).items():
         assert torch.equal(one, histories(model)[key.replace("scaling.", "scaling.1.")])
     assert trained(other, 1, rows) == trained(model, 1, rows)
+
+
+def test_states_of_the_meta_device_and_of_fake_tensors_have_none() -> None:
+    """As models are made before their files are read."""
+    with torch.device("meta"):
+        layer = te.TransformerLayer(64, 96, 4)
+    assert not any("_extra_state" in key for key in layer.state_dict())
+    assert hybridq.state_dict_with_history(layer).keys() == layer.state_dict().keys()
+    assert Sharded(64, 32, device="meta").state_dict()["_extra_state"].device.type == "cpu"
+    with FakeTensorMode():
+        assert list(te.Linear(64, 32).state_dict()) == ["weight", "bias"]
 
 
 class Sharded(te.Linear):

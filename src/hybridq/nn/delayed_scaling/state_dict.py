@@ -73,6 +73,8 @@ def history_of(module: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
     return {
         _prefix(prefix, part) + key: tensor
         for part, state in states_of(module).items()
+        # What knows of nothing is not read: that would wait for its device, which may be meta.
+        if state.device.type != "meta" and (state.histories or state.has_recorded)
         for key, tensor in state.exported().items()
     }
 
