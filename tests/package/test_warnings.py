@@ -18,11 +18,6 @@ from hybridq import errors
 PACKAGE = Path(hybridq.__file__).parent
 
 
-@pytest.fixture(autouse=True)
-def nothing_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(errors, "_seen", set())
-
-
 def in_an_optimizers_hook() -> None:
     linear = hybridq.Linear(32, 32)
     optimizer = torch.optim.SGD(linear.parameters(), lr=1.0)
