@@ -122,7 +122,7 @@ def uneven() -> None:
         except ValueError as error:
             assert "all microbatches must have one shape" in str(error), error
         except RuntimeError as error:
-            assert rank, error
+            assert rank or "shape mismatch" in str(error), error  # torch 2.10 says it itself
         else:
             raise AssertionError("nothing was raised")
         dist.barrier()

@@ -281,7 +281,8 @@ class _GroupedLinear(StatedFunction):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        offsets, through, *saved = ctx.saved_tensors
+        offsets, through, *rest = ctx.saved_tensors
+        saved = list(rest)  # torch 2.10 traces what a star takes as a tuple
         # Compiled autograd compiles the backward of an eager forward, too, which left an anchor.
         anchor = saved.pop() if ctx.has_anchor else None
         if not torch.compiler.is_compiling():
