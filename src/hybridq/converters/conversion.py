@@ -10,9 +10,10 @@ from typing import Final
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from ..errors import names_in
 from ..nn import QuantizedModule
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, collected, kept_in_fp32, reasons
+from .exclusions import LEAST_WIDTH, kept_in_fp32, reasons
 from .not_converted import (
     LEFT_ALONE,
     UNKNOWN,
@@ -118,7 +119,7 @@ def conversion(
         1 of 2 nn.Linear, 50.0% of the weights; left alone: lm_head (heads, the name lm_head)
     """
     check_model("conversion", model, filter_fn)
-    also = collected(also)
+    also = names_in("conversion: also", also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
     own_word = kept_in_fp32(model)

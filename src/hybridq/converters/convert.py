@@ -12,14 +12,14 @@ from torch import nn
 
 from .. import settings
 from .._log import LOGGER
-from ..errors import check_bools, is_first, warn, warn_once
+from ..errors import check_bools, is_first, names_in, warn, warn_once
 from ..nn import FusedSequential, QuantizedModule
 from ..nn.modules import ENCODERS
 from ..nn.weights import saves_decoded, would_quantize
 from ..recipes import install
 from .conversion import Conversion, check_model, conversion, keep_report
 from .converter import Converter
-from .exclusions import LEAST_WIDTH, collected, keeps_precision, reason_by_name, reasons
+from .exclusions import LEAST_WIDTH, keeps_precision, reason_by_name, reasons
 from .table import converter_of, converters, converters_with, reason_to_leave, tell_libraries
 from .values import lazy_parameters
 
@@ -141,7 +141,7 @@ def convert_modules(
     install()
     found = [(name, module) for name, module in model.named_modules()]
     # First all answers, then all changes: a filter that raises leaves the model as it was.
-    also = collected(also)
+    also = names_in("convert: also", also)
     among = converters_with(also)
     kept = reasons(model, also, least_width, among)
     known = [(name, m, kind) for name, m in found if (kind := _convertible(m, among)) is not None]

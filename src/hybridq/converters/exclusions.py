@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from ..errors import suggestion
+from ..errors import names_in, suggestion
 from .converter import Converter
 from .table import converter_of, converters_with
 
@@ -22,7 +22,6 @@ __all__ = [
     "LEAST_WIDTH",
     "REASONS",
     "adapted",
-    "collected",
     "keeps_precision",
     "kept_in_fp32",
     "reason_by_name",
@@ -173,23 +172,8 @@ def kept_in_fp32(model: nn.Module) -> dict[int, str]:
     return found
 
 
-def collected(also: Iterable[str]) -> tuple[str, ...]:
-    """Return the reasons of `also`, which may be read once.
-
-    Args:
-        also: as `convert` takes it.
-
-    Raises:
-        TypeError: it is one text, or no collection.
-    """
-    given: object = also
-    if isinstance(given, str) or not isinstance(given, Iterable):
-        raise TypeError(f"convert: also must be a collection of reasons, got {given!r}")
-    return tuple(also)
-
-
 def _checked(also: Iterable[str], least_width: object) -> frozenset[str]:
-    skipped = frozenset(collected(also))
+    skipped = frozenset(names_in("convert: also", also))
     unknown = sorted(map(str, skipped - set(REASONS)))
     if unknown:
         raise ValueError(
