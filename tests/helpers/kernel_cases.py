@@ -232,7 +232,9 @@ def check_decode(kernels: Kernels, x: torch.Tensor, spec: PlaneSpec) -> None:
     for dtype in DTYPES:
         what = f"{spec} of {tuple(x.shape)} to {dtype}"
         want = cpu["decode"](plane, spec, *x.shape, dtype)
-        same_values(kernels.ops["decode"](here, spec, *x.shape, dtype), want, f"decode of {what}")
+        got = kernels.ops["decode"](here, spec, *x.shape, dtype)
+        # A NaN of 16 bits is the same everywhere, one of FP32 the quiet one of the kernels' own.
+        (same_values if dtype == torch.float32 else assert_same)(got, want, f"decode of {what}")
         want, _ = cpu["operand"](plane, spec, *x.shape, dtype)
         got, _ = kernels.ops["operand"](here, spec, *x.shape, dtype)
         same_values(got, want, f"operand of {what}")
