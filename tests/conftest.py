@@ -216,8 +216,10 @@ def chooses_anew():
 def _warns_anew() -> None:
     """What is said once per process is said once per test: no test uses up another's warning."""
     from hybridq import errors
+    from hybridq.tensor import lost_updates
 
     errors._seen.clear()
+    lost_updates._counts.clear()
 
 
 @pytest.fixture

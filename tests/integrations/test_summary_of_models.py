@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 #: Of each model, why what is not converted is not: every module that has a share of the operations.
 LEFT = {
     "BERT": {"heads, get_output_embeddings()", "heads, the name cls.predictions.transform.dense"},
-    "ViT": {"heads, the name classifier"},
+    "ViT": {"heads, its 2 features are the labels of the configuration"},
     "T5": {"heads, get_output_embeddings()", "kept_in_fp32, _keep_in_fp32_modules"},
     "SigLIP": set(),
     "wav2vec 2.0": set(),

@@ -11,14 +11,8 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hybridq
-from hybridq.tensor import lost_updates
 
 RECIPES = ("mxfp8", "nvfp4", "fp8_current", "fp8_block", "mxfp8_fwd_nvfp4_bwd")
-
-
-@pytest.fixture(autouse=True)
-def _counts_anew() -> None:
-    lost_updates._counts.clear()
 
 
 def made(recipe: str) -> nn.Module:

@@ -41,24 +41,17 @@ DTYPES: Final = {
 _CPU: Final = torch.device("cpu")
 
 
-def _address(what: str, tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's memory.
+def _without_memory(what: str) -> RuntimeError:
+    """Return the error of a tensor that has none, as torch says of one whose `.data` is quantized.
 
     Args:
-        what: of which function it is what, for the error.
-        tensor: from outside.
-
-    Raises:
-        RuntimeError: it has none, as torch says of a tensor whose `.data` is a quantized one.
+        what: of which function it is what.
     """
-    try:
-        return tensor.data_ptr()
-    except RuntimeError as error:
-        raise RuntimeError(
-            f"{what} must have memory, got a tensor without any: its .data was set to a quantized "
-            "tensor, or a graph is traced; give a module the quantized tensor itself, "
-            "module.weight = torch.nn.Parameter(t, requires_grad=False)"
-        ) from error
+    return RuntimeError(
+        f"{what} must have memory, got a tensor without any: its .data was set to a quantized "
+        "tensor, or a graph is traced; give a module the quantized tensor itself, "
+        "module.weight = torch.nn.Parameter(t, requires_grad=False)"
+    )
 
 
 def given(
@@ -81,7 +74,10 @@ def given(
         and tensor.numel() == count
         and (count == 1 or tensor.is_contiguous())
     ):
-        return _address(what, tensor)
+        try:
+            return tensor.data_ptr()
+        except RuntimeError as error:
+            raise _without_memory(what) from error
     gaps = "" if tensor.is_contiguous() else " with gaps"
     raise ValueError(
         f"{what} must be {count} contiguous values of {dtype} on {device}, got {tensor.dtype} "
@@ -125,7 +121,10 @@ def matrix(
         and (only is None or only == name)
         and (x.is_cpu if device is _CPU else x.device == device)
     ):
-        return _address(what, x), name
+        try:
+            return x.data_ptr(), name
+        except RuntimeError as error:
+            raise _without_memory(what) from error
     raise ValueError(
         f"{what} must be a matrix of {only or 'float32, bfloat16 or float16'} on {device}, got "
         f"{x.dtype} {tuple(x.shape)} on {x.device}"
@@ -145,7 +144,10 @@ def values(what: str, x: torch.Tensor, dtype: torch.dtype) -> int:
         RuntimeError: it has no memory.
     """
     if x.dtype is dtype and x.is_cpu:
-        return _address(what, x)
+        try:
+            return x.data_ptr()
+        except RuntimeError as error:
+            raise _without_memory(what) from error
     raise ValueError(f"{what} must be {dtype} on cpu, got {x.dtype} on {x.device}")
 
 
