@@ -224,19 +224,30 @@ def mixed_list(dtype: torch.dtype, seed: int) -> list[torch.Tensor]:
 
 
 def check_decode(kernels: Kernels, x: torch.Tensor, spec: PlaneSpec) -> None:
-    """Decode a plane of x, fully and as an operand, to every dtype."""
-    cpu = cpu_ops()
-    stat = cpu["amax"](x, spec) if spec.needs_amax else None
-    plane = cpu["encode"](x, spec, None, EncodeRequest("", "", stat, None, torch.tensor([7])))
-    here = [kernels.to(buffer) for buffer in plane]
+    """Decode a plane of x, fully and as an operand, to every dtype; of FP8 with NaN among codes."""
+    stat = cpu_ops()["amax"](x, spec) if spec.needs_amax else None
+    request = EncodeRequest("", "", stat, None, torch.tensor([7]))
+    plane = list(cpu_ops()["encode"](x, spec, None, request))
+    _check_decoded(kernels, plane, spec, x.shape)
+    if spec.format.element.bits == 8:
+        codes = plane[0].view(torch.uint8).clone()
+        for step, code in ((37, 0x7F), (41, 0xFC), (43, 0xFF)):  # of E5M2 an infinity, too
+            codes.view(-1)[step // 2 :: step] = code
+        _check_decoded(kernels, [codes.view(plane[0].dtype), *plane[1:]], spec, x.shape)
+
+
+def _check_decoded(
+    kernels: Kernels, plane: list[torch.Tensor], spec: PlaneSpec, shape: torch.Size
+) -> None:
+    cpu, here = cpu_ops(), [kernels.to(buffer) for buffer in plane]
     for dtype in DTYPES:
-        what = f"{spec} of {tuple(x.shape)} to {dtype}"
-        want = cpu["decode"](plane, spec, *x.shape, dtype)
-        got = kernels.ops["decode"](here, spec, *x.shape, dtype)
+        what = f"{spec} of {tuple(shape)} to {dtype}"
+        want = cpu["decode"](plane, spec, *shape, dtype)
+        got = kernels.ops["decode"](here, spec, *shape, dtype)
         # A NaN of 16 bits is the same everywhere, one of FP32 the quiet one of the kernels' own.
         (same_values if dtype == torch.float32 else assert_same)(got, want, f"decode of {what}")
-        want, _ = cpu["operand"](plane, spec, *x.shape, dtype)
-        got, _ = kernels.ops["operand"](here, spec, *x.shape, dtype)
+        want, _ = cpu["operand"](plane, spec, *shape, dtype)
+        got, _ = kernels.ops["operand"](here, spec, *shape, dtype)
         same_values(got, want, f"operand of {what}")
 
 
