@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import hybridq
-from hybridq import errors, te
+from hybridq import te
 from hybridq.te.common.recipe import DelayedScaling, MXFP8BlockScaling
 
 RECIPE = DelayedScaling(amax_history_len=4)
@@ -104,7 +104,7 @@ def test_what_is_quantized_or_has_no_history_is_left_alone() -> None:
     assert not scales(layer)
 
 
-def test_older_names_decorators_and_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_names_decorators_and_errors() -> None:
     layer = te.Linear(64, 32)
 
     @te.fp8_autocast(enabled=False, calibrating=True, fp8_recipe=RECIPE)
@@ -119,7 +119,6 @@ def test_older_names_decorators_and_errors(monkeypatch: pytest.MonkeyPatch) -> N
     ):
         raise KeyError
     assert not te.FP8GlobalStateManager.is_fp8_calibration()
-    monkeypatch.setattr(errors, "_seen", set())
     with (
         pytest.warns(hybridq.HybridQWarning, match="calibrating: modules of hybridq must run"),
         te.autocast(enabled=False, calibrating=True, recipe=RECIPE),
@@ -142,3 +141,17 @@ def test_training_goes_on_from_them() -> None:
     with te.autocast(recipe=RECIPE):
         layer(X)
     assert scales(layer)["input.e4m3"] == pytest.approx(8 * was)
+
+
+@pytest.mark.parametrize("given", ["fp8_delayed", hybridq.RecipeSchedule([(0, "fp8_delayed")])])
+def test_a_recipe_is_given_as_to_autocast(given: Any) -> None:
+    layer = hybridq.Linear(64, 32)
+    with hybridq.nn.recording_amaxes(given):
+        layer(X)
+    assert scales(layer)["input.e4m3"] == pytest.approx(448.0 / X.abs().max().item())
+
+
+def test_what_is_no_recipe_is_refused() -> None:
+    for given, error in (("fp8_later", ValueError), (3, TypeError), (None, TypeError)):
+        with pytest.raises(error, match="recipe"), hybridq.nn.recording_amaxes(given):
+            hybridq.Linear(64, 32)(X)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 
 from ... import settings
 from ...errors import warn_once
-from ...recipes import Recipe
+from ...recipes import Recipe, RecipeSource
+from ...recipes.named import source
 from ..autograd import WatchedProduct, watch_products
 from ..delayed_scaling import ScalingState, places_of, states_of, update_states
 
@@ -62,26 +64,29 @@ class _Recorder:
 
 
 @contextmanager
-def recording_amaxes(recipe: Recipe) -> Iterator[None]:
+def recording_amaxes(recipe: RecipeSource | str | os.PathLike[str]) -> Iterator[None]:
     """Context: forwards in high precision make a recipe's histories of inputs and weights.
 
     At its end they are updated once, so that scales follow from them; those of gradients stay.
     With a process group (`reduce_amax`) every rank must run the same modules in it.
 
     Args:
-        recipe: without delayed scaling nothing happens.
+        recipe: what `hybridq.autocast` takes; without delayed scaling nothing happens.
+
+    Raises:
+        TypeError, ValueError: it is no recipe, or no name of one.
 
     Warns once where no product of hybridq's modules was seen, as in compiled code.
 
     Example:
         >>> import torch, hybridq
         >>> layer = hybridq.Linear(8, 8)
-        >>> with hybridq.nn.recording_amaxes(hybridq.recipe("fp8_delayed")):
+        >>> with hybridq.nn.recording_amaxes("fp8_delayed"):
         ...     y = layer(torch.full((2, 8), 2.0))
         >>> hybridq.state_dict_with_history(layer)["scaling.input.e4m3.scale"]
         tensor([224.])
     """
-    recorder = _Recorder(recipe)
+    recorder = _Recorder(source(recipe).current)
     with watch_products(recorder):
         yield
     if not recorder.num_products:
